@@ -81,8 +81,8 @@ def best_chunk_cuts(cost: ChainCost, micro: int, workers: int) -> tuple[int, ...
     """The same for parts that go over the workers in turn; `cost` has a row for each part.
 
     The pace is set by all parts of a worker together, and its memory holds all of them. Of few layers all
-    cuts are compared. Of many, cuts as if all parts had different workers come first; then they move, one or
-    two neighbours alike, to where they help most, until nothing helps.
+    cuts are compared. Of many, cuts as if all parts had different workers come first; then they move, one
+    or two neighbours alike, to where they help most, until nothing helps.
     """
     sums = _SumsOfLayers.of(cost)
     if math.comb(cost.layers - 1, len(cost.times_s) - 1) <= _FEW:
