@@ -9,7 +9,7 @@ flat   ResNet-18 on 32x32 pixels (44.7 MB of gradients), 4 nodes at 100 Mb/s, ag
 sites  four layers of 1024x1024 (16.8 MB), two sites of two nodes, 1 Gb/s inside, an uplink of 100 Mb/s:
        between(codec), against the dense hierarchy
 fast   the same layers on 2 nodes at 10 Gb/s: codec auto against none
-here   the same layers on 2 workers of this machine: codec auto against none
+here   the same layers on 2 workers of this machine: codec auto against none; with --only here all codecs
 """
 
 from __future__ import annotations
@@ -169,8 +169,10 @@ def main() -> None:
         run("sites", f"between({codec})", 4, *args, lab=two_sites(), groups=((0, 1), (2, 3)))
     if "fast" in asked.only.split(","):
         run("fast", "auto", 2, "layers", "32", "auto", "10", lab=cluster.nodes(2, "10gbit"))
-    if "here" in asked.only.split(","):
-        run("here", "auto", 2, "layers", "32", "auto", "10", lab=None)
+    for codec in (
+        ("auto", *(codecs if asked.only == "here" else ())) if "here" in asked.only.split(",") else ()
+    ):
+        run("here", codec, 2, "layers", "32", "auto", "10", lab=None)
     if asked.json:
         print(json.dumps(rows))
 
