@@ -48,8 +48,9 @@ def test_a_full_disk_does_not_end_training(tmp_path):
 
 
 SAVES = """
-import contextlib, pathlib, torch, echelon
+import contextlib, pathlib, time, torch, echelon
 from torch.utils.data import DataLoader, TensorDataset
+from echelon.checkpoint.store import read_newest
 session = echelon.join()
 model = torch.nn.Linear(100, 100)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -61,6 +62,8 @@ for _ in session.epochs(1):
         model(x).mean().backward()
         optimizer.step()
         if session.step == 55 and session.is_leader:
+            while read_newest(pathlib.Path("disk/saved"), lambda state: None).step < 50:
+                time.sleep(0.01)  # it is written in the background
             with contextlib.suppress(OSError), open("disk/filler", "wb", buffering=0) as filler:
                 while True:
                     filler.write(bytes(4096))

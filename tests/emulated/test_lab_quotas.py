@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from echelon.observe.events import FaultInjected, Noted, QuotasApplied, StepEnde
 from echelon.observe.run_folder import RunFolder
 
 LAB = """
-name = "quotas"
+name = "quotas-NUMBER"
 [[node]]
 name = "n"
 count = 2
@@ -99,10 +100,15 @@ main()
 """
 
 
+def write_lab(folder: Path) -> None:
+    """A lab of its own for each test: tests of one file may run at the same time."""
+    (folder / "quotas.toml").write_text(LAB.replace("NUMBER", secrets.token_hex(3)))
+
+
 def run(
     tmp_path: Path, script: str, joined_s: float = 60.0, running_s: float = 60.0
 ) -> tuple[str, RunFolder]:
-    (tmp_path / "quotas.toml").write_text(LAB)
+    write_lab(tmp_path)
     (tmp_path / "script.py").write_text(script)
     words = [str(joined_s), str(running_s), "run", "--lab", "quotas.toml", "script.py"]
     done = subprocess.run(
@@ -164,7 +170,7 @@ def test_a_run_that_ends_before_quotas_come_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("can_emulate")
 def test_the_built_in_job_loads_its_data_before_quotas_come(tmp_path: Path) -> None:
-    (tmp_path / "quotas.toml").write_text(LAB)
+    write_lab(tmp_path)
     words = ["train", "--lab", "quotas.toml", "--epochs", "1", "--model", "mlp"]
     done = subprocess.run(
         [sys.executable, "-m", "echelon", *words],
