@@ -41,6 +41,7 @@ def main() -> None:
         took_s = time.monotonic() - begun
         ways = usual_ways(len(cores), batch)
         ways += [one for way in ways for one in chunked(way, batch)]
+        ways += [chosen] if chosen not in ways else []  # with cores of its own
         table = measure_local(
             name, batch=batch, turns=given.turns, progress=lambda text, done: None, ways=ways
         )

@@ -161,8 +161,8 @@ def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
     with LocalTrial(job, count, cores) as trial:
         opened = trial.open([usual])
         step_s, batch = _whole_step(trial, opened[0], job.batch)
-        if step_s > _LONG_STEP_S:  # long operations are worth being divided
-            others = [way for way in others if way.processes * way.replicas > 1]
+        if step_s > _LONG_STEP_S:  # long operations are worth being divided, and few ways can be timed well
+            others = [way for way in others if way.processes > 1 and way.replicas == 1]
         opened += trial.open(others)
         until = time.monotonic() + LIMIT_S
         _all_turns(trial, opened, batch, job.batch, until - LIMIT_S / 3)
